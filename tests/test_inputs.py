@@ -16,7 +16,7 @@ from asyncspec.actors.controller import Controller
 from asyncspec.actors.generator import Generator, _OpenGroup
 from asyncspec.actors.tickets import TicketMaker
 from asyncspec.cli import main
-from asyncspec.commands import draft_data
+from asyncspec.commands import draft_data, this_host
 from asyncspec.commands.draft_settings import Training
 from asyncspec.config import ConfigError, load, resolve_path, to_yaml
 from asyncspec.console import terminal
@@ -226,11 +226,29 @@ def test_the_reward_gets_special_tokens_if_asked_but_never_the_one_that_ends(kee
 
 def test_doctor_reads_the_inputs_that_a_run_would_read(tmp_path, capsys):
     path = jsonl(tmp_path / "train.jsonl", "1+1=")
-    main(["doctor", f"data.train_file={path}", "deployment.device=cpu"])
-    assert "can read the models' files, the tokenizer and the data, and load the reward" in capsys.readouterr().out
+    main(["doctor", f"data.train_file={path}", "data.reward=exact", "deployment.device=cpu"])
+    assert (
+        "can read the models' files, the tokenizer and the data, and load the reward exact" in capsys.readouterr().out
+    )
     path.write_text('{"prompt": "1+1="}\n')
     assert main(["doctor", f"data.train_file={path}", "deployment.device=cpu"]) == 1
     assert f"data.train_file='{path}': line 1: expected an answer in answer" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "settings, loads",
+    [
+        ([], "the reward asyncspec.tasks.sums:exact_match"),
+        (["environment.name=worlds:Echo"], "the environment worlds:Echo"),
+        (
+            ["environment.name=python", "environment.reward_from=data.reward"],
+            "the environment python and the reward asyncspec.tasks.sums:exact_match",
+        ),
+    ],
+)
+def test_doctor_names_what_scores_the_rollouts(monkeypatch, settings, loads):
+    monkeypatch.setattr(this_host, "check_inputs", lambda config: None)
+    assert this_host._inputs(load("tiny", settings)).endswith(f", and load {loads}")
 
 
 def test_a_draft_learns_on_the_tokens_that_a_run_would_have(tmp_path, small_shape, capsys):

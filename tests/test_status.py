@@ -9,13 +9,14 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from crews import recovery_of
+from crews import came, recovery_of
 
 from asyncspec import cli
 from asyncspec.actors.prometheus import Endpoint
-from asyncspec.actors.status import StatusFile
+from asyncspec.actors.status import StatusFile, lost_of
 from asyncspec.ledger.status import FILE, Actor, Status
 from asyncspec.lock import Lock
+from asyncspec.wire import messages as m
 
 GOING_ON = Status(
     time=0.0,
@@ -36,6 +37,8 @@ GOING_ON = Status(
         Actor("generator2", "generator", "cut off", 9.5),
     ],
     more=4,
+    lost={"generator": 3, "draft_adapter": 1},
+    restarts=2,
     waiting=5,
     generating=6,
     generated=7,
@@ -68,6 +71,8 @@ def test_the_status_names_who_is_up_what_is_waited_for_the_lag_and_the_end(tmp_p
         "  logprob.1 is starting, last heard 3.0 s before: OSError: no",
         "  generator2 is cut off, last heard 9.5 s before",
         "  4 more are not ready",
+        "  lost since this start: 1 draft_adapter, 3 generator",
+        "  continued from a checkpoint 2 times",
         "  waits for: ticket 553 of step 34, in generator0",
     ]
     code, said = told(capsys, tmp_path, "--json")
@@ -143,3 +148,15 @@ def test_a_run_has_ended_only_when_its_controller_is_done(row):
     schedule = SimpleNamespace(trained_steps=0, clock=SimpleNamespace(version=0))
     file = StatusFile(run, schedule)
     assert file.status("", False).ended == "" and file.status("", True).ended == "interrupted"
+
+
+def test_actors_that_were_lost_are_counted_by_role():
+    recovery, _ = recovery_of("deployment.generators=2")
+    came(recovery, *(member.name for member in recovery.crew.present))
+    recovery.lost(m.Lost("generator0", "its process ended", replacement="generator0.1"))
+    recovery.lost(m.Lost("generator1", "its process ended", replacement="generator1.1"))
+    assert lost_of(recovery.records.counters) == {"generator": 2}
+    assert lost_of({"draft/adapter_lost": 1.0, "recovery/logprobs_lost": 1.0, "recovery/logprob_s": 3.0}) == {
+        "draft_adapter": 1,
+        "logprob": 1,
+    }

@@ -4,9 +4,10 @@ it. The controller writes it every few seconds, so that it tells something also 
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,7 +54,7 @@ class StatusFile:
         present = run.crew.present
         odd = [member for member in present if member.life is not Life.READY]
         generating, generated = run.book.training()
-        row = records.metrics.last or {}
+        row, counters = records.metrics.last or {}, records.counters
         return Status(
             time=time.time(),
             began=self._began,
@@ -73,8 +74,17 @@ class StatusFile:
                 for member in odd[:MOST_NAMED]
             ],
             more=max(0, len(odd) - MOST_NAMED),
+            lost=lost_of(counters),
+            restarts=int(counters.get("recovery/restarts", 0)),
             waiting=len(run.book.pending),
             generating=generating,
             generated=generated,
             waits_for=waits_for,
         )
+
+
+def lost_of(counters: Mapping[str, float]) -> dict[str, int]:
+    """Return how many actors of each role were lost, from the metrics that count them."""
+    names = ((re.fullmatch(r"recovery/(\w+)s_lost", name), count) for name, count in counters.items())
+    lost = {found[1]: int(count) for found, count in names if found}
+    return lost | ({"draft_adapter": 1} if "draft/adapter_lost" in counters else {})

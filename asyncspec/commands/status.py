@@ -102,6 +102,11 @@ def lines(run: str, found: Status, state: str, age: float) -> list[str]:
         told.append(f"  {actor.name} is {state_now}{heard}{error}")
     if found.more:
         told.append(f"  {found.more} more are not ready")
+    if found.lost:
+        gone = ", ".join(f"{count} {role}" for role, count in sorted(found.lost.items()))
+        told.append(f"  lost since this start: {gone}")
+    if found.restarts:
+        told.append(f"  continued from a checkpoint {found.restarts} time{'s' if found.restarts > 1 else ''}")
     if state in ("running", "silent") and found.waits_for:
         told.append(f"  waits for: {found.waits_for}")
     return told

@@ -92,7 +92,10 @@ def _tried(check: Callable[[], str]) -> Finding:
 
 def _inputs(config: Config) -> str:
     check_inputs(config)
-    return "can read the models' files, the tokenizer and the data, and load the reward"
+    name, rewarded = config.environment.name, config.environment.reward_from == "data.reward"
+    loaded = [f"the environment {name}"] if name else []
+    loaded += [f"the reward {config.data.reward}"] if not name or rewarded else []
+    return f"can read the models' files, the tokenizer and the data, and load {' and '.join(loaded)}"
 
 
 def _disk(config: Config, node: Node) -> list[Finding]:

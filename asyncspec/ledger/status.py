@@ -35,6 +35,8 @@ class Status(msgspec.Struct, frozen=True):
     up: dict[str, int]  # role -> actors that are ready
     others: list[Actor]  # actors that are not ready, the first of them
     more: int  # further ones
+    lost: dict[str, int]  # role -> actors lost since this controller began
+    restarts: int  # how often the run was continued from a checkpoint
     waiting: int  # tickets that no generator has yet
     generating: int  # training tickets in generators
     generated: int  # and on their way to the trainer
