@@ -12,6 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from asyncspec.config import Config, vllm_options, work
 from asyncspec.drafts.draft import Draft
+from asyncspec.engine import vllm_transfer
 from asyncspec.errors import ConfigError
 from asyncspec.models.policy import PolicyShape
 
@@ -38,12 +39,8 @@ class Given(NamedTuple):
         return config.engine.max_prompt_tokens + config.sampling.max_response_tokens + config.longest_draft + 1
 
 
-def make(given: Given, transfer: str) -> EngineArgs:
-    """Return the engine's arguments.
-
-    Args:
-        transfer: the name of the weight transfer engine.
-    """
+def make(given: Given) -> EngineArgs:
+    """Return the engine's arguments."""
     config = given.config
     options = {
         "max_num_batched_tokens": max(
@@ -67,7 +64,7 @@ def make(given: Given, transfer: str) -> EngineArgs:
         speculative_config=_speculative(given),
         per_request_spec_decode_metrics="detailed" if config.drafting else "none",
         logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend=transfer),
+        weight_transfer_config=WeightTransferConfig(backend=vllm_transfer.NAME),
         disable_log_stats=True,
         seed=config.seed,
         dtype=config.model.dtype,

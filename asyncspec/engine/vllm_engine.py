@@ -20,7 +20,6 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -41,11 +40,7 @@ from asyncspec.models.widen import as_llama, widened, widened_tensors
 vllm_process.prepare(torch.get_num_threads())
 
 from vllm import SamplingParams  # noqa: E402
-from vllm.distributed.weight_transfer.base import WeightTransferEngine  # noqa: E402
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: E402
 from vllm.inputs.engine import tokens_input  # noqa: E402
-from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: E402
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload  # noqa: E402
 from vllm.platforms import current_platform  # noqa: E402
 from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
@@ -54,39 +49,6 @@ from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from asyncspec.engine import vllm_arguments  # noqa: E402
 
-TRANSFER = "asyncspec"  # the name our weight transfer engine is registered under
-
-
-class _InProcessTransfer(WeightTransferEngine[dict, dict]):
-    """Loads tensors of this process, in checkpoint form, into the model of vLLM's weight update session."""
-
-    def init_transfer_engine(self, init_info: dict) -> None:
-        pass
-
-    def parse_update_info(self, update_dict: dict[str, Any]) -> dict[str, Any]:
-        return update_dict
-
-    def start_weight_update(self) -> None:
-        if self.device.type == "cpu":
-            # Experts compute with packed copies, which vLLM makes only with their kernel: have it make that again.
-            for layer in self.model.modules():
-                if isinstance(layer, RoutedExperts):
-                    layer.quant_method.moe_kernel = None
-        initialize_layerwise_reload(self.model)
-
-    def receive_weights(self, update_info: dict[str, Any]) -> None:
-        self.model.load_weights(update_info["tensors"])
-
-    def finish_weight_update(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type == "cpu":
-            vllm_process.pack_heads(self.model)
-
-    def shutdown(self) -> None:
-        pass
-
-
-WeightTransferEngineFactory.register_engine(TRANSFER, _InProcessTransfer)
 _of_this_process: list[LLMEngine] = []  # at most one
 
 
@@ -166,7 +128,7 @@ class VllmEngine(QueueingEngine):
                     as_llama(paths[kind])
             given = vllm_arguments.Given(config, self.shape, self.draft, paths, self._factors, self._size, cpu)
             with vllm_arguments.blamed(config):
-                vllm_config = vllm_arguments.make(given, TRANSFER).create_engine_config()
+                vllm_config = vllm_arguments.make(given).create_engine_config()
                 vllm_config.device_config.device = torch.device(device)
                 self._vllm = LLMEngine.from_vllm_config(vllm_config, disable_log_stats=True)
         _of_this_process.append(self._vllm)
