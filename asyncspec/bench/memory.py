@@ -85,7 +85,7 @@ FIELDS = [
     "checkpoint.keep=1",
     "eval.every=0",
     "logging.backends=",
-    "deployment.delays=checkpoint=4",
+    "deployment.delays=checkpoint=20",
     "deployment.replacements=0",
     "deployment.restarts=0",
 ]
