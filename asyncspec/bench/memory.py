@@ -1,9 +1,9 @@
 """bench memory: what doctor says that an actor needs, against the most that its process has held.
 
 Runs of three steps with random policies of 80 to 130 million parameters, whose weights outweigh the libraries. Rewards
-are random, so that each group has a gradient. A checkpoint is held back until a pass has come: its copy is there during
-the pass, as with a slow disk. The most that a process has held is VmHWM in /proc. glibc is told to give freed memory
-back at once; by default it keeps what was freed of less than 32 MiB.
+are random, so that each group has a gradient. A checkpoint is held back for longer than a step usually takes, so that
+its copy is there during a pass, as with a slow disk. The most that a process has held is VmHWM in /proc. glibc is told
+to give freed memory back at once; by default it keeps what was freed of less than 32 MiB.
 
 A ratio is the estimate over what was measured; of a role with several ranks the one that is furthest from 1.
 """
@@ -57,7 +57,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tied": True,
     },
 }
-# A pass in 16 bits takes minutes on a processor without such instructions.
+# Without AVX-512 a step in 16 bits took a minute or more, alone on two cores.
 SLOW = ["model.dtype=bfloat16", "deployment.delays=checkpoint=200"]
 # name -> (shape, fields)
 RUNS: dict[str, tuple[str, list[str]]] = {
